@@ -105,9 +105,7 @@ def policies(*, json_: Json = False, markdown: Annotated[bool, Parameter(negativ
     if json_:
         print(json.dumps(rows, indent=2))
     elif markdown:
-        print("| policy | settings | what it does |\n|---|---|---|")
-        for row in rows:
-            print(f"| `{row['kind']}` | {row['settings']} | {row['summary']} |")
+        print(policies_markdown(), end="")
     else:
         from rich.table import Table
 
@@ -116,6 +114,13 @@ def policies(*, json_: Json = False, markdown: Annotated[bool, Parameter(negativ
             table.add_row(row["kind"], escape(row["settings"]), escape(row["summary"]))
         _console().print(table)
     return 0
+
+
+def policies_markdown() -> str:
+    """The table of policies, from their declarations."""
+    rows = [_policy_row(cls) for cls in jobs.REGISTRY.values()]
+    lines = [f"| `{row['kind']}` | {row['settings']} | {row['summary']} |\n" for row in rows]
+    return "| policy | settings | what it does |\n|---|---|---|\n" + "".join(lines)
 
 
 def _policy_row(cls: type[jobs.Policy]) -> dict[str, str]:

@@ -172,7 +172,7 @@ class Coordinator:
             case m.Finished():
                 return self._finished(rank, incarnation)
             case m.Saved() if rank == self.saver:
-                return self._end()
+                return [_left(rank, incarnation, "finished"), *self._end()]
         return []
 
     def _from_shard(self, index: int, message: m.Message) -> list[Out]:
@@ -245,13 +245,14 @@ class Coordinator:
         return [*out, To(("worker", rank), m.Go(-1, version))]
 
     def _finished(self, rank: int, incarnation: int) -> list[Out]:
-        others = self.expected or len(self.registered) > (rank in self.registered)
+        others = bool(self.expected) or any(member[0] == "worker" and member[1] != rank for member in self.roster.seen_s)
         if rank not in self.registered or others:
             out = self._leave(rank, incarnation, "finished")
             out.append(To(("worker", rank), m.Bye(False, self.state.version)))
             if not others:
                 return [*out, *self._end()]
-            return out + (self._set_up() if self.phase == "gathering" and not self.expected else [])
+            ready = self.phase == "gathering" and self.registered and not self.expected
+            return out + (self._set_up() if ready else [])
         self.saver, self.phase = rank, "saving"
         out = self._shards(self._send(rank, self.state.version, everything=True))
         return [*out, To(("worker", rank), m.Bye(True, self.state.version))]
@@ -262,7 +263,7 @@ class Coordinator:
         self.expected.discard(rank)
         if self.registered.pop(rank, None) is None:
             return []
-        out: list[Out] = [Record("leave", {"worker": rank, "incarnation": incarnation, "reason": reason})]
+        out: list[Out] = [_left(rank, incarnation, reason)]
         out += self._policy(core.Left(rank)) + self._ledger(books.Exit(rank))
         for unfinished in [key for key in self.announced if key[0] == rank]:
             del self.announced[unfinished]
@@ -287,7 +288,7 @@ class Coordinator:
             fix = "see its log" if early else 'see its log; on_loss="continue" goes on with the others'
             return self._abort("WorkerLost", f"worker {index} was lost{when}: {gone.reason}", fix)
         out = self._leave(index, gone.incarnation, gone.reason)
-        if self.registered or self.expected:
+        if self.expected or any(member[0] == "worker" for member in self.roster.seen_s):
             return out
         if self.on_loss == "restart":
             self.empty_since_s = now_s
@@ -380,7 +381,7 @@ class Coordinator:
                 case books.Resumed(worker):
                     out += self._policy(core.Resumed(worker))
                 case books.EpochEnded(epoch, used, skipped):
-                    size = self.ledger.examples  # type: ignore[union-attr]
+                    size = self.ledger.size  # type: ignore[union-attr]
                     out.append(Record("epoch", {"epoch": epoch, "examples": size, "used": used, "skipped": skipped}))
         return out
 
@@ -430,6 +431,10 @@ class Coordinator:
     def _abort(self, error: str, what: str, fix: str) -> list[Out]:
         self.phase = "ended"
         return [*self._everybody(m.Abort(error, what, fix)), End(error, what, fix)]
+
+
+def _left(rank: int, incarnation: int, reason: str) -> Record:
+    return Record("leave", {"worker": rank, "incarnation": incarnation, "reason": reason})
 
 
 class _Clip(m.Message, frozen=True):

@@ -124,6 +124,7 @@ class Ledger:
     out: dict[int, tuple[int, Range]] = field(default_factory=dict)
     stalled: dict[int, int] = field(default_factory=dict)
     next_grant: int = 0
+    size: int = 0
     used: int = 0
     skipped: int = 0
 
@@ -179,7 +180,7 @@ def _open(ledger: Ledger, epoch: int) -> None:
     ledger.pool.clear()
     ledger.own.clear()
     ledger.out.clear()
-    size = ledger.examples - (ledger.examples % ledger.batch if ledger.drop_last else 0)
+    size = ledger.size = ledger.examples - (ledger.examples % ledger.batch if ledger.drop_last else 0)
     batches = [(start, min(start + ledger.batch, size)) for start in range(0, size, ledger.batch)]
     if ledger.assignment == "fixed":
         order = sorted(ledger.workers)

@@ -14,8 +14,9 @@ Staleness = Literal["none", "inverse", "compensate"]
 @register
 @dataclass(frozen=True)
 class ASP(Policy):
-    """Each contribution is an update of its own, at once. `staleness` says what is done about late ones, where tau is
-    the number of updates between the read and the use:
+    """Each contribution is an update of its own, at once; `staleness` says what is done about late ones.
+
+    With tau, the number of updates between the read and the use:
 
     - "none": nothing;
     - "inverse": the learning rate of the update is divided by max(1, tau) (Zhang et al., "Staleness-aware Async-SGD",

@@ -36,6 +36,9 @@ WIDTHS = {
 }
 
 
+LEAST_BYTES = 64_000
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """Elements `start` to `stop` of a flattened tensor, at element `offset` of the piece. `tensor` is an index in the
@@ -80,7 +83,8 @@ class Layout:
 
 
 def lay_out(spec: ModelSpec, shards: int, piece_bytes: int = 4_000_000) -> Layout:
-    """Lay a model out in pieces of about `piece_bytes`, balanced over `shards` by bytes.
+    """Lay a model out in pieces of about `piece_bytes`, balanced over `shards` by bytes. For a small model the pieces
+    are smaller, so that each shard gets one, down to 64 kB.
 
     A tensor above that size is split evenly, unless the optimizer needs it whole; those of up to half that size share
     pieces, in order. Pieces go largest first to the shard that holds least: first those that travel at every step, so
@@ -93,6 +97,8 @@ def lay_out(spec: ModelSpec, shards: int, piece_bytes: int = 4_000_000) -> Layou
     >>> [(piece.shard, piece.nbytes) for piece in layout.pieces]
     [(0, 8192), (1, 8192), (0, 256)]
     """
+    total_bytes = sum(t.numel * WIDTHS.get(t.dtype, 1) for t in spec.tensors)
+    piece_bytes = min(piece_bytes, max(LEAST_BYTES, -(-total_bytes // shards)))
     pieces = [
         Piece(index, 0, kind, dtype, slices[-1].offset * WIDTHS[dtype] + slices[-1].numel * WIDTHS[dtype], slices)
         for index, (kind, dtype, slices) in enumerate(_cut(spec, piece_bytes))
