@@ -32,9 +32,9 @@ def data() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
 
 def build() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 64, 3, padding=1),
+        nn.Conv2d(1, 48, 3, padding=1),
         nn.ReLU(),
-        nn.Conv2d(64, 96, 3, padding=1),
+        nn.Conv2d(48, 96, 3, padding=1),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -45,7 +45,7 @@ def build() -> nn.Module:
 
 
 def train(worker: paceline.Worker) -> None:
-    args = {"epochs": 8, "batch": 16, "lr": 0.0015} | worker.args
+    args = {"epochs": 10, "batch": 16, "lr": 0.0015} | worker.args
     examples, images, labels = data()
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=args["lr"])

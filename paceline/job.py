@@ -192,7 +192,8 @@ def with_sets(table: dict[str, Any], sets: tuple[str, ...]) -> dict[str, Any]:
             place = place[key]
         if keys == ["when", "kind"]:
             place.clear()
-        place[keys[-1]] = _toml_value(value.strip())
+        is_text = len(keys) == 1 and _types(Job).get(keys[0]) is str
+        place[keys[-1]] = value.strip().strip('"') if is_text else _toml_value(value.strip())
     return result
 
 

@@ -61,7 +61,7 @@ class Worker(virtual.Worker):
         setting = world.setting
         data = m.DataSpec() if setting.own else m.DataSpec(setting.examples, setting.batch)
         register = m.Register(SPEC, data)
-        super().__init__(rank, incarnation, register, world.layout.pieces, setting.epochs, setting.accumulate)
+        super().__init__(rank, incarnation, register, world.layout, setting.epochs, setting.accumulate)
         self.world = world
         self.own_left = self._own()
 
@@ -196,6 +196,7 @@ class World:
         self.links: dict[Link, deque[m.Message]] = {}
         self.hosts: dict[int, Host] = {}
         self.workers: dict[int, Worker] = {}
+        self.greeted: dict[tuple[int, int], Worker] = {}
         self.computing: set[Worker] = set()
         self.finished: set[Worker] = set()
         self.dead: set[Worker] = set()
@@ -327,7 +328,10 @@ class World:
             case m.Init(piece):
                 self._act(index, shards.initialised(self.hosts[index].shard, piece))
             case m.Hello():
-                self._decide(self.coordinator.arrive(("worker", rank), incarnation, 0.0))
+                self.greeted[index, rank] = source
+                if index == 0:
+                    self._decide(self.coordinator.arrive(("worker", rank), incarnation, 0.0))
+                self._send(index, source, m.Hello("server", index))
             case Closed():
                 self._decide(self.coordinator.close(("worker", rank), incarnation, "its link closed", 0.0))
             case _:
@@ -341,7 +345,7 @@ class World:
                 case To(("server", index), message):
                     self._send(0, index, message)
                 case To((_, rank), message):
-                    worker = self.workers[rank]
+                    worker = self.greeted[0, rank]
                     if isinstance(message, m.Granted):
                         self.grants[rank, message.grant] = message
                     if isinstance(message, m.Go) and message.step == -1:
@@ -418,7 +422,7 @@ class World:
                 assert grad_scale in (1.0, 0.5 / (self.setting.servers**0.5 + 1e-6))
             case m.Send(rank, version):
                 assert version == host.shard.version, "what is sent is of the version that it says"
-                worker = self.workers[rank]
+                worker = self.greeted[index, rank]
                 for piece in self.layout.of_shard(index):
                     self._send(index, worker, m.Values(version, piece.index))
             case m.Forget(rank, incarnation):

@@ -245,7 +245,9 @@ class Coordinator:
         return [*out, To(("worker", rank), m.Go(-1, version))]
 
     def _finished(self, rank: int, incarnation: int) -> list[Out]:
-        others = bool(self.expected) or any(member[0] == "worker" and member[1] != rank for member in self.roster.seen_s)
+        others = bool(self.expected) or any(
+            member[0] == "worker" and member[1] != rank for member in self.roster.seen_s
+        )
         if rank not in self.registered or others:
             out = self._leave(rank, incarnation, "finished")
             out.append(To(("worker", rank), m.Bye(False, self.state.version)))

@@ -15,8 +15,8 @@ class Quorum(Policy):
     """One update as soon as `k` distinct workers contributed to the present version; gradients that come later are
     discarded, and their worker goes on from the newest version.
 
-    With fewer than `k` active workers, all of them make the quorum. Chen et al., "Revisiting Distributed Synchronous
-    SGD", 2016 (arXiv 1604.00981).
+    With fewer than `k` active workers, all of them make the quorum. A contribution without weight does not count. Chen
+    et al., "Revisiting Distributed Synchronous SGD", 2016 (arXiv 1604.00981).
 
     Raises JobError when `k` is below 1.
     """
@@ -29,13 +29,13 @@ class Quorum(Policy):
             raise JobError(f"quorum k = {self.k}", "k must be 1 or more: the number of workers a step waits for")
 
     def settle(self, state: State) -> list[Action]:
-        newest = next(reversed(state.pending.values()), None)
-        if (
-            newest is not None and newest.version < state.version
-        ):  # only the newest can be: an update takes all there is
+        if not state.pending:
+            return []
+        newest = next(reversed(state.pending.values()))
+        if newest.version < state.version:  # the others are not late: each update takes all that are pending
             del state.pending[newest.worker]
             return [Discard(newest, LATE), *release(state, {newest.worker})]
-        if not state.pending or len(state.pending) < min(self.k, state.active_count):
+        if len(state.pending) < min(self.k, state.active_count):
             return []
         empty = sum(not c.weight > 0 for c in state.pending.values())
         if len(state.pending) - empty < min(self.k, state.active_count - empty):

@@ -32,7 +32,7 @@ class SSP(Policy):
         if not state.waiting:
             return []
         limit = slowest(state) + self.slack
-        ends = {next(iter(state.waiting)), next(reversed(state.waiting))}
-        if all(state.clocks[worker] > limit for worker in ends):  # all between stand where the first does
+        newest = next(reversed(state.waiting))
+        if state.clocks[newest] > limit:  # then so are all that wait: nobody gets further ahead than limit + 1
             return []
         return merge(state) + release(state, {worker for worker in state.waiting if state.clocks[worker] <= limit})

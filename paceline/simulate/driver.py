@@ -46,6 +46,7 @@ class Driver:
         )
         self.shards: dict[int, shards.Shard] = {}
         self.workers: dict[int, Worker] = {}
+        self.greeted: dict[tuple[int, int], Worker] = {}
         self.now_s = 0.0
         self.log: list[tuple[float, str, dict[str, Any]]] = []
         self.end: End | None = None
@@ -136,7 +137,10 @@ class Driver:
             case m.Init(piece):
                 self._act(index, shards.initialised(self.shards[index], piece))
             case m.Hello():
-                self._decide(self.coordinator.arrive(("worker", rank), incarnation, self.now_s))
+                self.greeted[index, rank] = source
+                if index == 0:
+                    self._decide(self.coordinator.arrive(("worker", rank), incarnation, self.now_s))
+                self._send(index, source, m.Hello("server", index))
             case Closed():
                 self._decide(self.coordinator.close(("worker", rank), incarnation, "it was killed", self.now_s))
             case _:
@@ -152,7 +156,7 @@ class Driver:
                 case To(("server", index), message):
                     self._send(0, index, message)
                 case To((_, rank), message):
-                    self._send(0, self.workers[rank], message)
+                    self._send(0, self.greeted[0, rank], message)
                 case End():
                     self.end = out
 
@@ -172,14 +176,14 @@ class Driver:
                     self._send(index, 0, message)
                 case shards.Do(m.Send(rank, version)):
                     for piece in self._layout.of_shard(index):
-                        self._send(index, self.workers[rank], m.Values(version, piece.index), piece.nbytes)
+                        self._send(index, self.greeted[index, rank], m.Values(version, piece.index), piece.nbytes)
 
     # Workers ----------------------------------------------------------------------------------------------------------
 
     def _start(self, rank: int) -> None:
         incarnation = self.workers[rank].incarnation + 1 if rank in self.workers else 0
         self._kill(rank)
-        worker = Worker(rank, incarnation, self._register, self._layout.pieces, self._epochs, self._job.accumulate)
+        worker = Worker(rank, incarnation, self._register, self._layout, self._epochs, self._job.accumulate)
         self.workers[rank] = worker
         self.began_s[worker], self.busy_s[worker] = self.now_s, 0.0
         self._do(worker, worker.prepare())

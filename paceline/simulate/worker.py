@@ -3,11 +3,10 @@ protocol: a driver carries its messages and lets its computations take their tim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.exchange import messages as m
-from paceline.state.layout import Piece
+from paceline.state.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Worker:
     """
 
     def __init__(
-        self, rank: int, incarnation: int, register: m.Register, pieces: Sequence[Piece], epochs: int, accumulate: int
+        self, rank: int, incarnation: int, register: m.Register, layout: Layout, epochs: int, accumulate: int
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
@@ -51,8 +50,9 @@ class Worker:
         self.doing = "preparing"
         self.grants: list[m.Granted] = []
         self._register = register
-        self._pieces = pieces
-        self._all = {piece.index for piece in pieces}
+        self._servers = self._unheard = layout.shards
+        self._pieces = layout.pieces
+        self._all = {piece.index for piece in layout.pieces}
         self._epochs = epochs
         self._accumulate = accumulate
         self._expected: int | None = None
@@ -60,11 +60,14 @@ class Worker:
 
     def prepare(self) -> list[Action]:
         """Join the run."""
-        return [Say(0, m.Hello("worker", self.rank, self.incarnation)), Say(0, self._register)]
+        return [Say(server, m.Hello("worker", self.rank, self.incarnation)) for server in range(self._servers)]
 
     def hear(self, message: m.Message) -> list[Action]:
         """A server says something."""
         match message:
+            case m.Hello():
+                self._unheard -= 1
+                return [] if self._unheard else [Say(0, self._register)]
             case m.Provide():
                 return [Say(piece.shard, m.Init(piece.index), piece.nbytes) for piece in self._pieces]
             case m.Go(_, version) | m.Now(version) | m.Bye(True, version):

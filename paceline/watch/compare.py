@@ -38,7 +38,7 @@ class Row(Struct):
 
 
 class Comparison(Struct):
-    """All runs, and the loss whose time is compared: the one given, or else the largest of the final losses."""
+    """All runs, and the loss whose time is compared: the one given, or else the lowest that every run has reached."""
 
     target: float | None
     rows: list[Row]
@@ -68,12 +68,13 @@ class Comparison(Struct):
 
 
 def compare(runs: dict[str, Path], target: float | None = None) -> Comparison:
-    """Read the run folders (label to folder). Without a `target`, the largest of the final smoothed losses is taken,
-    which every run that finished has reached."""
+    """Read the run folders (label to folder). Without a `target`, the largest of the runs' least smoothed losses is
+    taken, which every run that finished has reached."""
     curves = {label: curve(folder) for label, folder in runs.items()}
     rows = [_row(label, folder, curves[label]) for label, folder in runs.items()]
     if target is None:
-        target = max((row.loss for row in rows if row.loss is not None and row.status == "ok"), default=None)
+        best = [min(curves[row.label].loss) for row in rows if curves[row.label].loss and row.status == "ok"]
+        target = max(best, default=None)
     for row in rows:
         row.to_target_s = None if target is None else time_to(curves[row.label], target)
     return Comparison(target, rows)

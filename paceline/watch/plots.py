@@ -29,9 +29,9 @@ def draw(comparison: Comparison, path: Path) -> None:
             axes.axhline(comparison.target, color="#888888", linestyle=":", linewidth=1)
         left.annotate(
             f"target {comparison.target:.3g}",
-            (1, comparison.target),
+            (0.01, comparison.target),
             xycoords=("axes fraction", "data"),
-            ha="right",
+            ha="left",
             va="bottom",
             fontsize=8,
             color="#666666",

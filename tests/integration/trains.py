@@ -109,3 +109,10 @@ def raises(worker: Any) -> None:
 
 def two_arguments(worker: Any, other: Any) -> None:
     """Not callable with one worker."""
+
+
+def raises_under_asp(worker: Any) -> None:
+    """A bug that shows under one policy."""
+    fit(worker)
+    if worker.job.when.kind == "asp":
+        raise ValueError("a bug")
