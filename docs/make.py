@@ -1,4 +1,4 @@
-"""Write what is generated in the documentation: `python -m docs.make`; with `--check`, only say whether it is current."""
+"""Write what is generated in the documentation: `python -m docs.make`; with `--check`, only see if it is current."""
 
 import sys
 from pathlib import Path

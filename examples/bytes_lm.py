@@ -23,13 +23,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 
 DEFAULTS = {
-    "megabytes": 0.3,  # of source, of which about a tenth is held out
+    "megabytes": 0.4,  # of source, of which about a tenth is held out
     "context": 128,  # bytes that the model sees at most
     "width": 128,
     "layers": 3,
     "heads": 4,
     "batch": 16,  # sequences in a micro-batch
-    "epochs": 4,
+    "epochs": 3,
     "lr": 3e-3,
     "warmup": 20,  # steps
 }

@@ -45,7 +45,7 @@ def build() -> nn.Module:
 
 
 def train(worker: paceline.Worker) -> None:
-    args = {"epochs": 10, "batch": 16, "lr": 0.0015} | worker.args
+    args = {"epochs": 10, "batch": 16, "lr": 0.001} | worker.args
     examples, images, labels = data()
     model = build()
     optimizer = torch.optim.Adam(model.parameters(), lr=args["lr"])

@@ -29,7 +29,7 @@ Move = tuple[str, int, float]
 
 
 def instances(kind: str) -> list[Policy]:
-    """The policy called `kind` with a handful of values for each of its settings; those that it refuses are left out."""
+    """The policy called `kind` with a handful of values for each of its settings, without those that it refuses."""
     cls = REGISTRY[kind]
     hints = get_type_hints(cls)
     choices: list[Iterable[Any]] = []

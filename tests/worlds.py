@@ -1,4 +1,4 @@
-"""The whole protocol without time: the coordinator, shards and workers over links that keep their own order and no other.
+"""The whole protocol without time: coordinator, shards and workers over links that keep their own order and no other.
 
 Whoever plays picks which link delivers next, who dies and who joins; the world checks all along what must always hold.
 """
@@ -305,7 +305,7 @@ class World:
     def _send(self, source: Any, target: Any, message: m.Message) -> None:
         queue = self.links.setdefault((source, target), deque())
         queue.append(message)
-        if isinstance(message, m.Announce | m.Push | m.Staged) and self.rng.random() < self.setting.twice:
+        if isinstance(message, m.Announce | m.Push | m.Staged | m.Reduced) and self.rng.random() < self.setting.twice:
             queue.append(message)
 
     def _do(self, worker: Worker, actions: list[virtual.Action]) -> None:
@@ -416,10 +416,12 @@ class World:
                 for key, _, _ in parts:
                     assert host.payloads.pop(key, set()) == host.shard.pieces, "a contribution is whole"
                 if norm:
-                    self._send(index, 0, m.Reduced(version, 1.0))
+                    self._send(index, 0, m.Reduced(version, float(version)))
             case m.Apply(version, _, _, grad_scale):
                 assert version == host.reduced
-                assert grad_scale in (1.0, 0.5 / (self.setting.servers**0.5 + 1e-6))
+                assert grad_scale in (1.0, 0.5 / ((self.setting.servers * version) ** 0.5 + 1e-6)), (
+                    "clipped by its norm"
+                )
             case m.Send(rank, version):
                 assert version == host.shard.version, "what is sent is of the version that it says"
                 worker = self.greeted[index, rank]

@@ -222,8 +222,8 @@ def _serve(ledger: Ledger) -> list[Action]:
 
 
 def _complete(ledger: Ledger) -> bool:
-    """Whether nothing of the open epoch is left to do: all is used, or every worker broke out of it. Without any worker,
-    what is left waits for one."""
+    """Whether nothing of the open epoch is left to do: all is used, or every worker broke out of it. Without any
+    worker, what is left waits for one."""
     everyone_stands = bool(ledger.workers) and ledger.workers <= ledger.stalled.keys()
     if everyone_stands and all(epoch > ledger.epoch for epoch in ledger.stalled.values()):
         return True

@@ -27,9 +27,9 @@ Action = tuple[Any, ...]
 class Simulation:
     """What a simulated run did. Times count from when the first worker joined.
 
-    `seconds`: until the last worker was through its epochs; `log`: the coordinator's records, as (seconds, kind, fields);
-    `compute_s` and `wait_s`: of each worker, all its lives together, waiting being all that is not computing; `error` and
-    `what`: why the run ended early, as in `paceline.errors`, or empty.
+    `seconds`: until the last worker was through its epochs; `log`: the coordinator's records, as (seconds, kind,
+    fields); `compute_s` and `wait_s`: of each worker, all its lives together, waiting being all that is not computing;
+    `error` and `what`: why the run ended early, as in `paceline.errors`, or empty.
     """
 
     seconds: float

@@ -32,8 +32,8 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Random faults, the same for the same seed: each message takes up to `delay_s` longer (a link keeps its order), the
-    messages of a contribution come twice with probability `duplicate`, and a worker dies during a step with
+    """Random faults, the same for the same seed: each message takes up to `delay_s` longer (a link keeps its order),
+    the messages of a contribution come twice with probability `duplicate`, and a worker dies during a step with
     probability `kill`, unless it is the last."""
 
     seed: int

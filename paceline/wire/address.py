@@ -58,13 +58,13 @@ def bind(address: str) -> tuple[socket.socket, str]:
     return sock, f"tcp:[{host}]:{port}" if family == socket.AF_INET6 else f"tcp:{host}:{port}"
 
 
-def connect(address: str, token: bytes, timeout_s: float) -> socket.socket:
-    """An authenticated connection; a server that does not listen yet is tried again until `timeout_s` is over.
+def connect(address: str, token: bytes, timeout_s: float, retry_s: float = 0.0) -> socket.socket:
+    """An authenticated connection within `timeout_s`; where nobody listens yet, it is tried again for `retry_s`.
 
     Raises AddressError or AuthError.
     """
     family, place = parse(address)
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, retry_until_s = time.monotonic() + timeout_s, time.monotonic() + retry_s
     while True:
         sock = socket.socket(family)
         sock.settimeout(max(0.001, deadline_s - time.monotonic()))
@@ -72,8 +72,8 @@ def connect(address: str, token: bytes, timeout_s: float) -> socket.socket:
             sock.connect(place)
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError) as error:
             sock.close()
-            if time.monotonic() >= deadline_s:
-                raise _explain(f"cannot reach {address} within {timeout_s:g} s", error) from None
+            if time.monotonic() >= retry_until_s:
+                raise _explain(f"cannot reach {address}", error) from None
             time.sleep(0.05)
         except OSError as error:
             sock.close()

@@ -36,7 +36,7 @@ def logged(folder: Path, name: str) -> list[float]:
 
 @pytest.mark.timeout(400)
 def test_the_demo_reaches_97_percent_under_every_policy(tmp_path: Path) -> None:
-    """What `make demo` runs: four policies, four workers, two servers, a slow worker; a table, a picture, a sentence."""
+    """What `make demo` runs: four policies, four workers, two servers, one slow; a table, a picture, a sentence."""
     flags = [word for when in ("bsp", "quorum:3", "ssp:3", "asp") for word in ("--when", when)]
     done = paceline_command("compare", "examples/digits.toml", *flags, "--runs", str(tmp_path), timeout_s=390)
     assert done.returncode == 0, done.stderr

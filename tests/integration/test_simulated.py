@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from pathlib import Path
@@ -31,7 +32,7 @@ def simulated(job: Job, seed: int) -> tuple[Simulation, float]:
     table = durations(seed)
     result = simulate(job, EXAMPLES, BATCH, 1, lambda worker, step: table[worker, step])
     times = sorted({round(t, 9) for t, kind, _ in result.log if kind in ("update", "discard")})
-    return result, min((b - a for a, b in zip(times, times[1:], strict=False)), default=1.0)
+    return result, min((b - a for a, b in itertools.pairwise(times)), default=1.0)
 
 
 def spaced(job: Job) -> int:
@@ -55,14 +56,13 @@ def test_the_live_run_decides_as_the_simulation_does(tmp_path: Path, when: str, 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         loader = DataLoader(TensorDataset(*regression(EXAMPLES)), batch_size=BATCH)
         model, optimizer, loader = worker.prepare(model, optimizer, loader)
-        step, released_s = 0, time.perf_counter()
-        for x, y in loader:
+        released_s = time.perf_counter()
+        for step, (x, y) in enumerate(loader):
             mse(model, x, y).backward()
             time.sleep(max(0.0, released_s + table[worker.rank, step] - time.perf_counter()))
             optimizer.step()
             released_s = time.perf_counter()
             optimizer.zero_grad()
-            step += 1
 
     run = launch_threads(train, job, runs=str(tmp_path))
     assert from_folder(run.folder) == simulated(job, seed)[0].actions()

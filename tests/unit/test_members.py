@@ -241,8 +241,8 @@ class Readers:
     def __init__(self, made: Ledger, workers: int, epochs: int) -> None:
         self.made = made
         self.epochs = epochs
-        self.epoch = {worker: 0 for worker in range(workers)}
-        self.doing = {worker: "drawing" for worker in range(workers)}
+        self.epoch = dict.fromkeys(range(workers), 0)
+        self.doing = dict.fromkeys(range(workers), "drawing")
         self.held: dict[int, list[books.Granted]] = {worker: [] for worker in range(workers)}
         self.done: dict[int, Counter[int]] = {}
         self.ended: dict[int, books.EpochEnded] = {}
