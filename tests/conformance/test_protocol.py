@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -111,4 +112,4 @@ def test_one_sequence_for_all_shards_with_clipping() -> None:
         world.finish(random.Random(seed))
         kinds = [type(order).__name__ for order in world.hosts[0].orders]
         assert kinds.count("Reduce") == kinds.count("Apply") == 4
-        assert all(b == "Apply" for a, b in zip(kinds, kinds[1:], strict=False) if a == "Reduce")
+        assert all(b == "Apply" for a, b in itertools.pairwise(kinds) if a == "Reduce")
