@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from paceline.errors import PacelineError
     from paceline.job import Job
     from paceline.policies import ASP, BSP, SSP, Quorum
-    from paceline.simulate import simulate
     from paceline.train import batch
     from paceline.train.worker import Worker
 
@@ -25,12 +24,11 @@ _HOMES = {
     "BSP": "paceline.policies",
     "SSP": "paceline.policies",
     "Quorum": "paceline.policies",
-    "simulate": "paceline.simulate",
     "batch": "paceline.train",
     "Worker": "paceline.train.worker",
 }
 
-__all__ = ["ASP", "BSP", "SSP", "Job", "PacelineError", "Quorum", "Run", "Worker", "batch", "launch", "simulate"]
+__all__ = ["ASP", "BSP", "SSP", "Job", "PacelineError", "Quorum", "Run", "Worker", "batch", "launch"]
 
 
 def __getattr__(name: str) -> Any:

@@ -91,7 +91,6 @@ class Server:
                 "end",
                 updates=self._shard.version if self._shard else 0,
                 apply_s=round(self._apply_s, 6),
-                receive_s=0.0,
                 idle_s=round(self._loop.idle_s, 6),
                 bytes_in=busy_in,
                 bytes_out=busy_out,

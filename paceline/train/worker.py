@@ -167,6 +167,13 @@ class Worker:
             raise ModelError(f"clip_value = {clip_value}", "give a value above 0")
         self._max_value = float(clip_value)
 
+    def without_gradient(self) -> list[str]:
+        """The names of the trained parameters that have no gradient now: they count as zero in this step. Raises
+        ModelError before `prepare`."""
+        if self._model is None:
+            raise ModelError("without_gradient() before prepare()", "prepare the model first")
+        return [name for name, p in self._model.named_parameters() if p.requires_grad and p.grad is None]
+
     def _check_whole(self, parameters: Any) -> None:
         assert self._model is not None
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -92,6 +92,9 @@ class Progress:
         elif kind == "leave" and event["reason"] != "finished":
             self._workers.setdefault(event["worker"], {"step": 0, "epoch": 0, "loss": None})
             self._workers[event["worker"]].update(doing="lost", since=event["t"])
+            self._console.print(f"worker {event['worker']} has left: {event['reason']}", style="yellow", markup=False)
+        elif kind == "join" and event["incarnation"]:
+            self._console.print(f"worker {event['worker']} has joined again", style="green", markup=False)
 
     def _rate(self, rank: int) -> float:
         recent = self._recent.get(rank, deque())

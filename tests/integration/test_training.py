@@ -268,6 +268,7 @@ def test_frozen_missing_and_tied_parameters(tmp_path: Path) -> None:
         start[worker.rank] = values(model)
         for x in batches:
             model(x).square().mean().backward()
+            assert worker.without_gradient() == ["unused.weight", "unused.bias"]
             optimizer.step()
             optimizer.zero_grad()
 
