@@ -11,7 +11,7 @@ from rich.console import Console
 from paceline import job as jobs
 from paceline.engines.local import launch
 from paceline.engines.run import make_folder
-from paceline.errors import PacelineError
+from paceline.errors import JobError, PacelineError
 from paceline.job import Job
 from paceline.policies import Policy
 from paceline.watch import plots
@@ -43,6 +43,9 @@ def compare_policies(
 ) -> Compared:
     """Run `job` under each policy; the runs' folders lie in one folder, with `compare.json` and `compare.png` beside
     them. A run that fails is a row that says so. Raises JobError, ScriptError or AddressError before any run."""
+    labels = [jobs.label(policy) for policy in policies]
+    if len(set(labels)) < len(labels):
+        raise JobError(f"compare got a policy twice: {', '.join(labels)}", "give each policy once")
     console = Console(stderr=True, quiet=not progress)
     outer = make_folder(dataclasses.replace(job, name=job.name or f"compare-{_stamp()}"))
     for part in ("events", "log"):

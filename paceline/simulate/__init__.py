@@ -6,13 +6,15 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError
 from paceline.exchange import messages as m
+from paceline.exchange.coordinator import End
 from paceline.job import Job
 from paceline.simulate.driver import Driver
 from paceline.simulate.faults import Event, Faults, Join, Kill, Pause
@@ -91,33 +93,22 @@ def simulate(
         raise JobError(f"bandwidth_bits_per_s = {bandwidth_bits_per_s}", "a link carries more than 0 bits per second")
     if not latency_s >= 0:
         raise JobError(f"latency_s = {latency_s}", "latency_s must be 0 or more")
+    if isinstance(compute_s, Sequence) and len(compute_s) < job.workers:
+        raise JobError(f"compute_s has {len(compute_s)} times", f"give one for each of the {job.workers} workers")
     driver = Driver(
         job, _register(examples, batch, parameters_bytes), epochs, _timing(compute_s), bandwidth_bits_per_s, latency_s,
         events,
     )  # fmt: skip
-    driver.run()
-    began_s = next((time_s for time_s, kind, _ in driver.log if kind == "join"), 0.0)
-    compute: dict[int, float] = {}
-    wait: dict[int, float] = {}
-    for worker, busy_s in driver.busy_s.items():
-        rank, ended_s = worker.rank, driver.ended_s.get(worker, driver.now_s)
-        alive_s = max(0.0, ended_s - max(driver.began_s[worker], began_s))
-        compute[rank] = compute.get(rank, 0.0) + busy_s
-        wait[rank] = wait.get(rank, 0.0) + alive_s - busy_s
-    return Simulation(
-        seconds=max(driver.ended_s.values(), default=driver.now_s) - began_s,
-        log=[(time_s - began_s, kind, fields) for time_s, kind, fields in driver.log],
-        compute_s=compute,
-        wait_s=wait,
-        error=driver.end.error if driver.end is not None else "",
-        what=driver.end.what if driver.end is not None else "",
-    )
+    return _result(driver, driver.run())
 
 
 def from_folder(run_folder: str | os.PathLike[str]) -> list[Action]:
-    """The decisions of a real run, from the events in its folder, in the form of `Simulation.actions()`."""
-    with open(Path(run_folder) / "events" / "server-0.jsonl") as file:
-        rows = [json.loads(line) for line in file]
+    """The decisions of a real run, from the events in its folder, in the form of `Simulation.actions()`. Raises JobError
+    when there are none."""
+    file = Path(run_folder) / "events" / "server-0.jsonl"
+    if not file.exists():
+        raise JobError(f"{os.fspath(run_folder)!r} is no run folder", "give runs/NAME, a folder with events in it")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
     return _normal((row["kind"], row) for row in rows)
 
 
@@ -125,6 +116,19 @@ def _register(examples: int, batch: int, parameters_bytes: int) -> m.Register:
     optimizer = OptimizerSpec("torch.optim.sgd:SGD", ({},), elementwise=True)
     tensor = TensorSpec("parameters", (parameters_bytes,), "uint8", group=0)
     return m.Register(ModelSpec((tensor,), (), optimizer), m.DataSpec(examples, batch))
+
+
+def _result(driver: Driver, end: End) -> Simulation:
+    began_s = next((time_s for time_s, kind, _ in driver.log if kind == "join"), 0.0)
+    compute_s: dict[int, float] = {}
+    wait_s: dict[int, float] = {}
+    for worker, busy_s in driver.busy_s.items():
+        alive_s = driver.ended_s.get(worker, driver.now_s) - max(driver.began_s[worker], began_s)
+        compute_s[worker.rank] = compute_s.get(worker.rank, 0.0) + busy_s
+        wait_s[worker.rank] = wait_s.get(worker.rank, 0.0) + max(0.0, alive_s - busy_s)
+    log = [(time_s - began_s, kind, fields) for time_s, kind, fields in driver.log]
+    last_s = driver.now_s if end.error else max(driver.ended_s.values())
+    return Simulation(last_s - began_s, log, compute_s, wait_s, end.error, end.what)
 
 
 def _timing(compute_s: float | Sequence[float] | Callable[[int, int], float]) -> Callable[[int, int], float]:
@@ -135,7 +139,7 @@ def _timing(compute_s: float | Sequence[float] | Callable[[int, int], float]) ->
     return lambda worker, step: compute_s
 
 
-def _normal(records: Any) -> list[Action]:
+def _normal(records: Iterable[tuple[str, dict[str, Any]]]) -> list[Action]:
     actions: list[Action] = []
     for kind, fields in records:
         match kind:
@@ -147,12 +151,8 @@ def _normal(records: Any) -> list[Action]:
                 actions.append((kind, *(fields[key] for key in ("epoch", "used", "skipped"))))
             case "join" | "leave":
                 actions.append((kind, fields["worker"]))
-    start = 0
-    for i in range(1, len(actions) + 1):
-        if i == len(actions) or actions[i][0] != actions[start][0] or actions[i][0] not in ("join", "leave"):
-            actions[start:i] = sorted(actions[start:i]) if actions[start][0] in ("join", "leave") else actions[start:i]
-            start = i
-    return actions
+    rows = [(kind, list(row)) for kind, row in groupby(actions, key=lambda action: action[0])]
+    return [action for kind, row in rows for action in (sorted(row) if kind in ("join", "leave") else row)]
 
 
 __all__ = ["Action", "Faults", "Join", "Kill", "Pause", "Simulation", "from_folder", "simulate"]

@@ -82,7 +82,7 @@ class Driver:
                 case Pause(rank, at_s, for_s):
                     self._at(at_s, self._pause, rank, for_s)
 
-    def run(self) -> None:
+    def run(self) -> End:
         """Until the run has ended. Raises TimedOut when it has not, though nothing is left that could happen."""
         while self._heap and self.end is None:
             self.now_s, _, call, args = heapq.heappop(self._heap)
@@ -93,6 +93,7 @@ class Driver:
                 f"the simulation stands still at {self.now_s:g} s, with workers that are {', '.join(doing) or 'gone'}",
                 'with on_loss="restart", let lost workers join again',
             )
+        return self.end
 
     def _at(self, time_s: float, call: Callable[..., None], *args: Any) -> None:
         heapq.heappush(self._heap, (time_s, next(self._numbers), call, args))
@@ -225,6 +226,7 @@ class Driver:
             return
         if not spare_last or any(w is not worker and w not in self.ended_s for w in self.workers.values()):
             self._dead[worker] = self.ended_s[worker] = self.now_s
+            self.busy_s[worker] -= max(0.0, self._due_s.get(worker, 0.0) - self.now_s)
             self._send(worker, 0, Closed())
 
     def _pause(self, rank: int, for_s: float) -> None:

@@ -70,6 +70,7 @@ def command(*argv: str) -> tuple[int, str]:
         (["train", "no.such.module:fit"], "no module"),
         (["train", "missing.toml"], "no job file"),
         (["compare", f"{SCRIPT}:fit", "--when", "bsp"], "give two or more"),
+        (["compare", f"{SCRIPT}:fit", "--when", "bsp", "--when", "bsp"], "give each policy once"),
         (["trian", "x"], "trian"),
     ],
 )

@@ -155,7 +155,7 @@ def test_bsp_ssp_0_and_quorum_n_are_one(
 def test_one_worker_is_the_plain_loop(policy: object) -> None:
     run = simulate(jobs.job(workers=1, when=policy), 7, 2, 2, 1.0)
     steps = [("update", ((0, step, float(weight), 0),)) for step, weight in enumerate([2, 2, 2, 1] * 2)]
-    assert run.actions() == [("join", 0), *steps[:4], ("epoch", 0, 7, 0), *steps[4:], ("epoch", 1, 7, 0)]
+    assert run.actions() == [("join", 0), *steps[:4], ("epoch", 0, 7, 0), *steps[4:], ("epoch", 1, 7, 0), ("leave", 0)]
     assert run.seconds == 8.0
 
 
@@ -198,7 +198,7 @@ def test_a_lost_worker_ends_the_run_by_name_or_does_not() -> None:
     run = simulate(Job(workers=3), 30, 1, 1, 1.0, events=events)
     assert run.error == "WorkerLost"
     assert "worker 1" in run.what
-    assert run.seconds == 2.5
+    assert (run.seconds, run.compute_s[1], run.wait_s[1]) == (2.5, 2.5, 0.0)
     run = simulate(Job(workers=3, on_loss="continue"), 30, 1, 1, 1.0, events=events)
     assert not run.error
     assert all_used(run, 30, 1)
@@ -236,8 +236,7 @@ def test_bsp_waits_for_a_pause_and_quorum_does_not() -> None:
         when: simulate(jobs.job(workers=4, when=when), 40, 1, 1, 1.0, events=events).seconds
         for when in ("bsp", "quorum:3")
     }
-    assert seconds["bsp"] == 16.0
-    assert seconds["quorum:3"] < 15.0
+    assert seconds == {"bsp": 16.0, "quorum:3": 15.0}, "14 steps of 3, and one for the batch that came too late"
 
 
 # Arguments and forms --------------------------------------------------------------------------------------------------
