@@ -24,14 +24,14 @@ import paceline
 
 DEFAULTS = {
     "megabytes": 0.4,  # of source, of which about a tenth is held out
-    "context": 128,  # bytes that the model sees at most
+    "context": 64,  # bytes that the model sees at most
     "width": 128,
-    "layers": 3,
+    "layers": 2,
     "heads": 4,
-    "batch": 16,  # sequences in a micro-batch
+    "batch": 4,  # sequences in a micro-batch
     "epochs": 3,
     "lr": 3e-3,
-    "warmup": 20,  # steps
+    "warmup": 50,  # steps
 }
 VOCABULARY = 256
 NOTHING = -100  # the target after a file's last byte, which counts for nothing

@@ -38,7 +38,7 @@ def instances(kind: str) -> list[Policy]:
         if get_origin(hint) is Literal:
             choices.append(get_args(hint))
         else:
-            known = {int: [-1, 0, 1, 2, 3, 7], float: [-1.0, 0.0, 0.5], bool: [False, True]}
+            known: dict[Any, list[Any]] = {int: [-1, 0, 1, 2, 3, 7], float: [-1.0, 0.0, 0.5], bool: [False, True]}
             choices.append(known.get(hint, [field.default]))
     made = []
     for values in itertools.product(*choices):

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,6 +32,8 @@ from paceline.watch.summary import write_metrics
 
 GRACE_S = 5.0
 """How long the other processes may take to end once a server has, or all workers have."""
+
+SOCKETS = "paceline-sockets-"
 
 RESTARTS = 3
 """How often each worker is started anew with `on_loss = "restart"`."""
@@ -105,7 +108,8 @@ class Launcher:
     @contextlib.contextmanager
     def _listeners(self) -> Iterator[tuple[list[socket.socket], list[str]]]:
         """Listening sockets, bound here so that a port in use is known before anything starts."""
-        place = tempfile.mkdtemp(prefix="paceline-")
+        _sweep()
+        place = tempfile.mkdtemp(prefix=f"{SOCKETS}{os.getpid()}-")
         sockets: list[socket.socket] = []
         addresses = []
         try:
@@ -205,6 +209,19 @@ class Launcher:
             if process.killed_by and event["type"] == "WorkerLost" and f"worker {process.spec.index} " in what:
                 what += f" (killed by {process.killed_by})"
         return by_name(event["type"])(what, event["fix"])
+
+
+def _sweep() -> None:
+    """Remove the socket folders of launchers that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SOCKETS}*-*"):
+        pid = folder.name.removeprefix(SOCKETS).partition("-")[0]
+        if pid.isdecimal():
+            try:
+                os.kill(int(pid), 0)
+            except ProcessLookupError:
+                shutil.rmtree(folder, ignore_errors=True)
+            except PermissionError:
+                pass  # another user's, and alive
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class Process:
         if not data and self._rest:
             lines, self._rest = [self._rest], b""
         for line in lines:
-            yield line.decode(errors="replace").rstrip("\r")
+            yield line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1]  # what a terminal would show
 
     def close(self) -> None:
         for pipe in (self.popen.stdin, self.popen.stdout):

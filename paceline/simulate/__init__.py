@@ -103,8 +103,8 @@ def simulate(
 
 
 def from_folder(run_folder: str | os.PathLike[str]) -> list[Action]:
-    """The decisions of a real run, from the events in its folder, in the form of `Simulation.actions()`. Raises JobError
-    when there are none."""
+    """The decisions of a real run, from the events in its folder, in the form of `Simulation.actions()`. Raises
+    JobError when there are none."""
     file = Path(run_folder) / "events" / "server-0.jsonl"
     if not file.exists():
         raise JobError(f"{os.fspath(run_folder)!r} is no run folder", "give runs/NAME, a folder with events in it")
@@ -155,4 +155,4 @@ def _normal(records: Iterable[tuple[str, dict[str, Any]]]) -> list[Action]:
     return [action for kind, row in rows for action in (sorted(row) if kind in ("join", "leave") else row)]
 
 
-__all__ = ["Action", "Faults", "Join", "Kill", "Pause", "Simulation", "from_folder", "simulate"]
+__all__ = ["Action", "Event", "Faults", "Join", "Kill", "Pause", "Simulation", "from_folder", "simulate"]

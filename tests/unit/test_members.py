@@ -304,7 +304,7 @@ class Readers:
                 if what != "returned":
                     done = self.done.setdefault(granted.epoch, Counter())
                     done.update(range(granted.start, granted.stop))
-                self.step(books.Settle(worker, (granted.grant,), what))  # type: ignore[arg-type]
+                self.step(books.Settle(worker, (granted.grant,), what))
             case "next" | "break":
                 if what == "break":
                     self.broke = True

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from paceline import job as jobs
 from paceline.errors import JobError, PacelineError, TimedOut
 from paceline.job import Job
-from paceline.simulate import Faults, Join, Kill, Pause, Simulation, from_folder, simulate
+from paceline.simulate import Event, Faults, Join, Kill, Pause, Simulation, from_folder, simulate
 from tests.schedules import POLICIES
 
 POLICY_NAMES = ["bsp", "quorum:2", "ssp:2", "asp"]
@@ -185,7 +185,12 @@ def all_used(run: Simulation, examples: int, epochs: int) -> bool:
 @pytest.mark.parametrize("seed", range(6))
 def test_every_example_is_used_whatever_happens(when: str, seed: int) -> None:
     job = jobs.job(workers=4, servers=2, when=when, on_loss="continue", piece_bytes=40)
-    events = [Faults(seed, delay_s=0.5, duplicate=0.3, kill=0.05), Join(5, 8.0), Pause(1, 3.0, 2.5), Kill(2, 6.0)]
+    events: list[Event] = [
+        Faults(seed, delay_s=0.5, duplicate=0.3, kill=0.05),
+        Join(5, 8.0),
+        Pause(1, 3.0, 2.5),
+        Kill(2, 6.0),
+    ]
     runs = [simulate(job, 41, 2, 2, uneven(seed), 100, 1e4, 0.05, events) for _ in range(2)]
     assert runs[0] == runs[1], "a seed is a schedule"
     assert not runs[0].error
@@ -206,7 +211,7 @@ def test_a_lost_worker_ends_the_run_by_name_or_does_not() -> None:
 
 
 def test_a_worker_that_comes_back_goes_on_from_the_newest_version() -> None:
-    events = [Kill(1, 2.5), Join(1, 6.5)]
+    events: list[Event] = [Kill(1, 2.5), Join(1, 6.5)]
     run = simulate(Job(workers=2, on_loss="restart"), 30, 1, 1, 1.0, events=events)
     assert all_used(run, 30, 1)
     assert [a for a in run.actions() if a[0] in ("join", "leave")][2:4] == [("leave", 1), ("join", 1)]
@@ -225,7 +230,7 @@ def test_a_pause_delays_and_a_long_one_is_a_loss() -> None:
     assert simulate(job, 10, 1, 1, 1.0).seconds == 5.0
     assert simulate(job, 10, 1, 1, 1.0, events=[Pause(1, 0.5, 6.0)]).seconds == 11.0
     lost = simulate(job, 10, 1, 1, 1.0, events=[Pause(1, 0.5, 60.0)])
-    assert [fields["reason"] for _, kind, fields in lost.log if kind == "leave"][0].startswith("silent for")
+    assert next(fields["reason"] for _, kind, fields in lost.log if kind == "leave").startswith("silent for")
     assert all_used(lost, 10, 1)
     assert lost.seconds < 25.0
 
