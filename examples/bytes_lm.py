@@ -149,5 +149,5 @@ def train(worker: paceline.Worker) -> None:
 
 
 if __name__ == "__main__":
-    run = paceline.launch(train, workers=2, accumulate=2, when="ssp:3")
+    run = paceline.launch(train, workers=2, accumulate=2, when="bsp")
     print(f"{run.metrics['examples']:g} bytes in {run.metrics['seconds']:.1f} s; see {run.folder}")

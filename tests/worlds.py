@@ -30,7 +30,7 @@ PIECE_BYTES = 4
 @dataclass(frozen=True)
 class Setting:
     """What a world is like. `own`: batches of their own that workers bring, instead of shared examples. The rest are
-    probabilities: that a message of a contribution comes twice, a gradient is not finite, a step clips, a worker
+    probabilities: that a message of a contribution comes again later, a gradient is not finite, a step clips, a worker
     breaks out of an epoch."""
 
     policy: Policy
@@ -194,6 +194,7 @@ class World:
             piece_bytes=PIECE_BYTES,
         )
         self.links: dict[Link, deque[m.Message]] = {}
+        self.echoes: dict[Link, m.Message] = {}
         self.hosts: dict[int, Host] = {}
         self.workers: dict[int, Worker] = {}
         self.greeted: dict[tuple[int, int], Worker] = {}
@@ -292,8 +293,12 @@ class World:
         assert not self.coordinator.staged
         assert not self.coordinator.announced
         assert not self.coordinator.queue
+        while links := [link for link in self.busy() if not isinstance(link[1], Worker)]:
+            self.deliver(links[0])
         for host in self.hosts.values():
-            assert host.orders == self.hosts[0].orders[: len(host.orders)], "one order of events for all shards"
+            assert host.orders == self.hosts[0].orders, "one order of events for all shards"
+            assert not host.payloads, "nothing is kept that will not be used"
+            assert not host.shard.staged
         if not self.setting.own and not self.broke:
             ended = [fields for kind, fields in self.records if kind == "epoch"]
             assert [fields["epoch"] for fields in ended] == list(range(self.setting.epochs))
@@ -305,8 +310,10 @@ class World:
     def _send(self, source: Any, target: Any, message: m.Message) -> None:
         queue = self.links.setdefault((source, target), deque())
         queue.append(message)
+        if (source, target) in self.echoes and self.rng.random() < 0.5:
+            queue.append(self.echoes.pop((source, target)))
         if isinstance(message, m.Announce | m.Push | m.Staged | m.Reduced) and self.rng.random() < self.setting.twice:
-            queue.append(message)
+            self.echoes[source, target] = message
 
     def _do(self, worker: Worker, actions: list[virtual.Action]) -> None:
         for action in actions:
