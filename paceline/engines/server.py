@@ -15,7 +15,7 @@ from paceline.exchange import messages as m
 from paceline.exchange import shard as shards
 from paceline.exchange.coordinator import Coordinator, End, Out, Record, To
 from paceline.job import Job
-from paceline.members.roster import Member
+from paceline.members.roster import Member, name
 from paceline.state.layout import Layout, Piece, lay_out
 from paceline.state.store import ShardStore
 from paceline.train.client import DECODER
@@ -52,6 +52,7 @@ class Server:
         self._load_script = load_script
         self._loop = wire.Loop()
         self._links: dict[Member, Link] = {}
+        self._newest: dict[Member, int] = {}
         self._home: Link | None = None
         self._apply_s = 0.0
         self._traffic = [0, 0]
@@ -135,6 +136,14 @@ class Server:
 
     def _greet(self, link: Link, hello: m.Hello) -> None:
         member: Member = (hello.role, hello.index)
+        if not 0 <= hello.index < (self.job.workers if hello.role == "worker" else self.job.servers):
+            raise FrameError(f"this job has no {name(member)}")
+        known = self._newest.get(member, -1)
+        if hello.incarnation <= known:  # a process that was replaced: it must not take its successor's place
+            what = f"{name(member)} is already here, as incarnation {known}"
+            link.send(m.Abort("WorkerLost", what, "only one process may have this place"))
+            return
+        self._newest[member] = hello.incarnation
         link.peer = Peer(member, hello.incarnation)
         self._links[member] = link
         if self._coordinator is not None:

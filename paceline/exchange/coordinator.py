@@ -198,6 +198,9 @@ class Coordinator:
     # Joining and leaving ----------------------------------------------------------------------------------------------
 
     def _register(self, rank: int, incarnation: int, message: m.Register) -> list[Out]:
+        if self.phase == "saving":
+            what = f"worker {rank} came back when the run was over"
+            return [To(("worker", rank), m.Abort("WorkerLost", what, "nothing is left to do"))]
         if self.registered:
             first = min(self.registered)
             if (unlike := difference(self.registered[first].spec, message.spec)) is not None:

@@ -32,7 +32,9 @@ class SSP(Policy):
         if not state.waiting:
             return []
         limit = slowest(state) + self.slack
-        newest = next(reversed(state.waiting))
+        oldest, newest = next(iter(state.waiting)), next(reversed(state.waiting))
         if state.clocks[newest] > limit:  # then so are all that wait: nobody gets further ahead than limit + 1
             return []
+        if state.clocks[oldest] > limit:  # the slowest has not moved: only the newest may go on
+            return merge(state) + release(state, {newest})
         return merge(state) + release(state, {worker for worker in state.waiting if state.clocks[worker] <= limit})

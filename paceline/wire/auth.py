@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 
 from paceline.errors import AuthError
 
@@ -24,10 +25,12 @@ def proof(token: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -
 
 
 class ServerSide:
-    """The server's half, without I/O: send `greeting`, `feed` what comes, send what `reply` gives; then it is done."""
+    """The server's half, without I/O: send `greeting`, `feed` what comes, send what that returns; then it is done.
+    `peer` is what errors call the other side."""
 
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, peer: str = "a peer") -> None:
         self._token = token
+        self._peer = peer
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._got = b""
         self.greeting = MAGIC + self._nonce
@@ -44,30 +47,34 @@ class ServerSide:
             return None
         nonce, given = self._got[:NONCE_BYTES], self._got[NONCE_BYTES:]
         if not hmac.compare_digest(given, proof(self._token, b"client", self._nonce, nonce)):
-            raise AuthError("a peer did not prove that it knows the job token", FIX)
+            raise AuthError(f"{self._peer} did not prove that it knows the job token", FIX)
         return proof(self._token, b"server", self._nonce, nonce)
 
 
-def prove(sock: socket.socket, token: bytes, address: str) -> None:
-    """The client's half on a blocking socket. Raises AuthError when either side's proof is wrong."""
+def prove(sock: socket.socket, token: bytes, address: str, deadline_s: float) -> None:
+    """The client's half on a blocking socket, until `deadline_s` on the clock of `time.monotonic`.
+
+    Raises AuthError when either side's proof is wrong or does not come in time.
+    """
     try:
-        greeting = _read(sock, GREETING_BYTES)
+        greeting = _read(sock, GREETING_BYTES, deadline_s)
         if not greeting.startswith(MAGIC):
             raise AuthError(f"{address} is no paceline server", FIX)
         server_nonce, nonce = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
         sock.sendall(nonce + proof(token, b"client", server_nonce, nonce))
-        reply = _read(sock, PROOF_BYTES)
-    except (EOFError, ConnectionError, TimeoutError) as error:
-        raise AuthError(f"{address} did not accept this process: {error or 'it closed the link'}", FIX) from None
+        reply = _read(sock, PROOF_BYTES, deadline_s)
+    except (EOFError, OSError) as error:
+        raise AuthError(f"{address} did not accept this process: {error}", FIX) from None
     if not hmac.compare_digest(reply, proof(token, b"server", server_nonce, nonce)):
         raise AuthError(f"{address} did not prove that it knows the job token", FIX)
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
+def _read(sock: socket.socket, size: int, deadline_s: float) -> bytes:
     data = b""
     while len(data) < size:
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
         chunk = sock.recv(size - len(data))
         if not chunk:
-            raise EOFError
+            raise EOFError("it closed the link")
         data += chunk
     return data

@@ -33,7 +33,7 @@ def encode_head(meta: bytes, payload_bytes: int) -> bytes:
     27
     """
     start = HEADER.pack(MAGIC, VERSION, len(meta), payload_bytes, 0)[:-4]
-    return b"".join((start, zlib.crc32(meta, zlib.crc32(start)).to_bytes(4, "little"), meta))
+    return start + zlib.crc32(meta, zlib.crc32(start)).to_bytes(4, "little") + meta
 
 
 class FrameReader:
@@ -76,7 +76,7 @@ class FrameReader:
             self._finish(frames)
             return frames
         self._end += count
-        while self._parse(frames):
+        while self._end > self._start and self._parse(frames):
             pass
         if self._start == self._end:
             self._start = self._end = 0
@@ -123,16 +123,22 @@ class FrameReader:
             raise FrameError("corrupt frame: the checksum of its header and metadata is wrong")
         try:
             self._message = self._decode(meta)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise FrameError(f"unknown or invalid message: {error}") from None
         self._start += whole
         if payload_bytes == 0:
             frames.append((self._message, None))
             return True
-        self._payload = self._allocate(self._message, payload_bytes)
+        try:
+            payload = self._allocate(self._message, payload_bytes)
+        except FrameError:
+            raise
+        except Exception as error:
+            raise FrameError(f"no room for a payload of {payload_bytes} bytes: {error!r}") from error
+        if payload.nbytes != payload_bytes:
+            raise FrameError(f"a payload of {payload_bytes} bytes where {payload.nbytes} were expected")
+        self._payload = payload.cast("B")
         self._filled = 0
-        if len(self._payload) != payload_bytes:
-            raise FrameError(f"a payload of {payload_bytes} bytes where {len(self._payload)} were expected")
         return True
 
     def _finish(self, frames: list[Frame]) -> bool:
