@@ -52,7 +52,7 @@ class Server:
         self._load_script = load_script
         self._loop = wire.Loop()
         self._links: dict[Member, Link] = {}
-        self._newest: dict[Member, int] = {}
+        self._newest: dict[Member, int] = {("server", index): 0}
         self._home: Link | None = None
         self._apply_s = 0.0
         self._traffic = [0, 0]
@@ -136,6 +136,8 @@ class Server:
 
     def _greet(self, link: Link, hello: m.Hello) -> None:
         member: Member = (hello.role, hello.index)
+        if link.peer is not None:
+            raise FrameError("Hello came twice")
         if not 0 <= hello.index < (self.job.workers if hello.role == "worker" else self.job.servers):
             raise FrameError(f"this job has no {name(member)}")
         known = self._newest.get(member, -1)

@@ -61,6 +61,8 @@ def test_strange_peers_are_refused_and_the_run_ends_by_its_own_time(tmp_path: Pa
     assert len(ended) == 1, "a message before Hello ends the link"
     _, ended = talk(address, [m.Hello("worker", 7), m.Push(0, 10**6)])
     assert len(ended) == 1, "a worker that the job does not have is refused"
+    got, _ = talk(address, [m.Hello("server", 0, 0)])
+    assert "server 0 is already here" in got[0].what
     held, result = threading.Event(), []
 
     def first() -> None:
