@@ -17,6 +17,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m docs.make --check
 
 ## make bench: every timed claim, with its target
 bench: $(READY)

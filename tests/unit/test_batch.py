@@ -78,9 +78,8 @@ def test_warmup_is_a_line_that_ends_at_the_rate(steps: int, start: float) -> Non
     optimizer = sgd(0.5, 2.0)
     seen = rates_of(optimizer, warmup(optimizer, steps, start), steps + 3)
     shares = [start + (1 - start) * (k + 1) / steps for k in range(steps)] + [1.0] * 3
-    assert [rate for rates in seen for rate in rates] == pytest.approx(
-        [r * share for share in shares for r in (0.5, 2.0)]
-    )
+    flat = [rate for rates in seen for rate in rates]
+    assert flat == pytest.approx([rate * share for share in shares for rate in (0.5, 2.0)])
     assert seen[steps - 1] == [0.5, 2.0]
 
 
