@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,11 +16,13 @@ WINDOW = 20
 @dataclass(frozen=True)
 class Curve:
     """Three lists of one length: seconds since training began, examples applied by then, and the smoothed loss.
-    `metrics` are other values that were logged: name to a list of (seconds, value)."""
+    `not_finite` counts the logged losses that were not finite and are left out. `metrics` are other values that were
+    logged: name to a list of (seconds, value)."""
 
     seconds: list[float] = field(default_factory=list)
     examples: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
+    not_finite: int = 0
     metrics: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
@@ -37,12 +38,14 @@ def curve(folder: Path) -> Curve:
             applied_s.append(event["t"] - start_s)
             applied.append(applied[-1] + sum(part[2] for part in event["parts"]))
     logs = [e for name, rows in events.items() if name.startswith("worker-") for e in rows if e["kind"] == "log"]
-    result, mean, weight = Curve(), 0.0, 0.0
+    losses = [e["values"]["loss"] for e in logs if "loss" in e["values"]]
+    result = Curve(not_finite=losses.count(None))  # JSON has null for a value that is not finite
+    mean = weight = 0.0
     keep = 1 - 1 / WINDOW
     for event in sorted(logs, key=lambda e: e["t"]):
         seconds = event["t"] - start_s
         for key, value in event["values"].items():
-            if value is None or not math.isfinite(value):
+            if value is None:
                 continue
             if key != "loss":
                 result.metrics.setdefault(key, []).append((seconds, value))

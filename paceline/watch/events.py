@@ -17,16 +17,24 @@ _decode = msgspec.json.Decoder(Event).decode
 
 
 class EventLog:
-    """Appends events to a file; any thread may write. Lines reach the file on `flush` and `close`."""
+    """Appends events to a file; any thread may write. Lines reach the file on `flush` and `close`. A line that a killed
+    process left torn is ended first, so that only that line is lost."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        torn = _torn(path)
         self._file = path.open("ab")
+        if torn:
+            self._file.write(b"\n")
         self._clock = clock
         self._lock = threading.Lock()
 
     def write(self, kind: str, **fields: Any) -> None:
         """Add one event, with the time in unix seconds."""
-        line = _encode({"t": self._clock(), "kind": kind, **fields}) + b"\n"
+        event = {"t": self._clock(), "kind": kind, **fields}
+        try:
+            line = _encode(event) + b"\n"
+        except UnicodeEncodeError:  # half a surrogate pair, as in a message with a file name that is no UTF-8
+            line = _encode({key: _printable(value) for key, value in event.items()}) + b"\n"
         with self._lock:
             if not self._file.closed:
                 self._file.write(line)
@@ -69,6 +77,18 @@ class Tail:
             self._places[path] = self._places.get(path, 0) + whole
             found += [(path.stem, event) for event in _parse(data[:whole].split(b"\n"))]
         return found
+
+
+def _torn(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read() != b"\n"
+
+
+def _printable(value: Any) -> Any:
+    return value if isinstance(value, int | float | None) else str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def _parse(lines: list[bytes]) -> Iterator[Event]:

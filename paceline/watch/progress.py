@@ -15,11 +15,17 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.watch.events import Event, Tail
+from paceline.watch.summary import KINDS
 from paceline.watch.tables import table
 
 STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan", "bright_magenta")
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]")
+CONTROL = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours and cursor moves
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # titles, links and other strings
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]"  # other controls, also of direction
+)
 RATE_WINDOW_S = 5.0
+"""The rate shown is that of the last seconds, or of the last step where that took longer."""
 PLAIN_PERIOD_S = 5.0
 
 
@@ -31,7 +37,7 @@ class Progress:
         self._console = console
         self._tail = Tail(folder)
         self._workers: dict[int, dict[str, Any]] = {}
-        self._recent: dict[int, deque[tuple[float, float]]] = {}
+        self._recent: dict[int, deque[tuple[float, float, float]]] = {}
         self._updates = 0
         self._began_s = time.monotonic()
         self._printed_s = self._began_s
@@ -54,6 +60,9 @@ class Progress:
         """Show a line of a process's output, with the process's name."""
         style = STYLES[sum(name.encode()) % len(STYLES)]
         self._console.print(Text.assemble((f"{name} ", style), CONTROL.sub("", text)), soft_wrap=True)
+
+    def _say(self, text: str, style: str) -> None:
+        self._console.print(Text(CONTROL.sub("", text), style), soft_wrap=True)
 
     def update(self) -> None:
         """Take in new events and, at most four times a second, show them."""
@@ -81,8 +90,9 @@ class Progress:
                     row.update(doing=event["doing"], since=event["t"])
             elif kind == "step":
                 row.update(step=event["step"] + 1, epoch=event["epoch"], since=event["t"])
-                if not event["discarded"]:
-                    self._recent.setdefault(rank, deque(maxlen=10_000)).append((event["t"], event["weight"]))
+                began_s = event["t"] - sum(event[key] for key in KINDS.values())
+                used = 0.0 if event["discarded"] else event["weight"]
+                self._recent.setdefault(rank, deque(maxlen=10_000)).append((began_s, event["t"], used))
             elif kind == "log" and "loss" in event["values"]:
                 row["loss"] = event["values"]["loss"]
             elif kind in ("end", "error"):
@@ -92,16 +102,21 @@ class Progress:
         elif kind == "leave" and event["reason"] != "finished":
             self._workers.setdefault(event["worker"], {"step": 0, "epoch": 0, "loss": None})
             self._workers[event["worker"]].update(doing="lost", since=event["t"])
-            self._console.print(f"worker {event['worker']} has left: {event['reason']}", style="yellow", markup=False)
+            self._say(f"worker {event['worker']} has left: {event['reason']}", "yellow")
         elif kind == "join" and event["incarnation"]:
-            self._console.print(f"worker {event['worker']} has joined again", style="green", markup=False)
+            self._say(f"worker {event['worker']} has joined again", "green")
 
     def _rate(self, rank: int) -> float:
-        recent = self._recent.get(rank, deque())
+        """Examples a second over the window; the time since the last step counts once it is longer than usual."""
+        recent = self._recent.get(rank)
+        if not recent or self._workers[rank]["doing"] in ("finished", "failed", "lost"):
+            return 0.0
         now_s = time.time()
-        while recent and now_s - recent[0][0] > RATE_WINDOW_S:
+        while len(recent) > 1 and now_s - recent[0][1] > RATE_WINDOW_S:
             recent.popleft()
-        return sum(weight for _, weight in recent) / RATE_WINDOW_S
+        last_s = recent[-1][1] - recent[-1][0]
+        until_s = now_s if now_s - recent[-1][1] > max(RATE_WINDOW_S, 2 * last_s) else recent[-1][1]
+        return sum(weight for *_, weight in recent) / max(until_s - recent[0][0], 1e-3)
 
     def _table(self) -> Table:
         elapsed_s = time.monotonic() - self._began_s

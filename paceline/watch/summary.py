@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
@@ -11,11 +11,14 @@ from msgspec import Struct
 
 from paceline.watch.events import Event, read_all
 
-TIMES = ("compute_s", "send_s", "wait_s", "idle_s")
+KINDS = {"computing": "compute_s", "sending": "send_s", "waiting": "wait_s", "no data": "idle_s"}
+"""What a worker's time goes to, and the field of its events that says how much, in seconds."""
 
 
 class WorkerRow(Struct):
-    """One worker. Times in seconds: computing, sending, waiting to be let on, waiting for data."""
+    """One worker. Times in seconds: computing, sending, waiting to be let on, waiting for data; `shares` are those of
+    their sum. `loss` is the last that it logged, None when that was not finite; `not_finite` counts such losses.
+    The bytes of a process that did not finish are not known, and 0."""
 
     worker: int
     status: str
@@ -28,14 +31,17 @@ class WorkerRow(Struct):
     idle_s: float = 0.0
     discarded: int = 0
     loss: float | None = None
+    not_finite: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    shares: dict[str, float] = {}
 
 
 class ServerRow(Struct):
-    """One server. Times in seconds: applying updates, and nothing to do."""
+    """One server. Times in seconds: applying updates, and nothing to do. All are 0 when it did not finish."""
 
     server: int
+    status: str
     updates: int = 0
     apply_s: float = 0.0
     idle_s: float = 0.0
@@ -82,7 +88,11 @@ def summarise(folder: Path) -> Summary:
     updates = [e for e in first if e["kind"] == "update"]
     seconds = _seconds(events, updates)
     staleness: Counter[int] = Counter(part[3] for e in updates for part in e["parts"])
-    examples = sum(part[2] for e in updates for part in e["parts"])
+    used: defaultdict[int, float] = defaultdict(float)
+    for event in updates:
+        for worker, _, weight, _ in event["parts"]:
+            used[worker] += weight
+    examples = sum(used.values())
     count = staleness.total()
     when = dict(job.get("when", {}))
     settings = ", ".join(f"{key}={value}" for key, value in when.items() if key != "kind")
@@ -90,7 +100,7 @@ def summarise(folder: Path) -> Summary:
         run=str(folder),
         status=end.get("status", "unknown"),
         error=end.get("error"),
-        policy=f"{when.get('kind', '')}({settings})",
+        policy=f"{when['kind']}({settings})" if when else "unknown policy",
         seconds=round(seconds, 3),
         updates=len(updates),
         examples=examples,
@@ -99,7 +109,7 @@ def summarise(folder: Path) -> Summary:
         max_staleness=max(staleness, default=0),
         staleness=dict(sorted(staleness.items())),
         discarded=dict(Counter(e["reason"] for e in first if e["kind"] == "discard")),
-        workers=[_worker(int(name[7:]), rows, first, updates) for name, rows in _named(events, "worker-")],
+        workers=[_worker(int(name[7:]), rows, first, used) for name, rows in _named(events, "worker-")],
         servers=[_server(int(name[7:]), rows) for name, rows in _named(events, "server-")],
         epochs=[EpochRow(e["epoch"], e["examples"], e["used"], e["skipped"]) for e in first if e["kind"] == "epoch"],
     )
@@ -112,9 +122,18 @@ def write_metrics(folder: Path) -> None:
     os.replace(aside, Path(folder) / "metrics.json")
 
 
+def shares(rows: list[WorkerRow]) -> dict[str, float]:
+    """What part of the time of all these workers went to each kind; all 0 when there was none."""
+    spent_s = {kind: sum(getattr(row, key) for row in rows) for kind, key in KINDS.items()}
+    total_s = sum(spent_s.values())
+    return {kind: time_s / total_s if total_s else 0.0 for kind, time_s in spent_s.items()}
+
+
 def began_s(events: dict[str, list[Event]]) -> float | None:
     """When training began, in unix seconds: the begin of the earliest step."""
-    steps = [e["t"] - sum(e[key] for key in TIMES) for rows in events.values() for e in rows if e["kind"] == "step"]
+    steps = [
+        e["t"] - sum(e[key] for key in KINDS.values()) for rows in events.values() for e in rows if e["kind"] == "step"
+    ]
     return min(steps, default=None)
 
 
@@ -127,7 +146,7 @@ def _named(events: dict[str, list[Event]], prefix: str) -> list[tuple[str, list[
     return sorted(((k, v) for k, v in events.items() if k.startswith(prefix)), key=lambda item: int(item[0][7:]))
 
 
-def _worker(rank: int, rows: list[Event], coordinator: list[Event], updates: list[Event]) -> WorkerRow:
+def _worker(rank: int, rows: list[Event], coordinator: list[Event], used: defaultdict[int, float]) -> WorkerRow:
     steps = [e for e in rows if e["kind"] == "step"]
     ends = [e for e in rows if e["kind"] == "end"]
     losses = [e["values"]["loss"] for e in rows if e["kind"] == "log" and "loss" in e["values"]]
@@ -139,10 +158,10 @@ def _worker(rank: int, rows: list[Event], coordinator: list[Event], updates: lis
         status = f"lost: {leaves[-1]['reason']}"
     else:
         status = "finished" if ends else "did not finish"
-    times = {key: round(sum(e[key] for e in steps), 6) for key in TIMES}
-    examples = sum(part[2] for e in updates for part in e["parts"] if part[0] == rank)
+    times = {key: round(sum(e[key] for e in steps), 6) for key in KINDS.values()}
+    examples = used[rank]
     spent_s = sum(times.values())
-    return WorkerRow(
+    row = WorkerRow(
         worker=rank,
         status=status,
         steps=len(steps),
@@ -150,14 +169,19 @@ def _worker(rank: int, rows: list[Event], coordinator: list[Event], updates: lis
         examples_per_s=round(examples / spent_s, 1) if spent_s else 0.0,
         discarded=sum(e["kind"] == "discard" and e["worker"] == rank for e in coordinator),
         loss=losses[-1] if losses else None,
+        not_finite=losses.count(None),
         bytes_in=sum(e["bytes_in"] for e in ends),
         bytes_out=sum(e["bytes_out"] for e in ends),
         **times,
     )
+    row.shares = shares([row])
+    return row
 
 
 def _server(index: int, rows: list[Event]) -> ServerRow:
     end = next((e for e in reversed(rows) if e["kind"] == "end"), None)
+    failed = next((e["message"] for e in rows if e["kind"] == "error"), None)
     if end is None:
-        return ServerRow(index)
-    return ServerRow(index, end["updates"], end["apply_s"], end["idle_s"], end["bytes_in"], end["bytes_out"])
+        return ServerRow(index, "did not finish" if failed is None else f"failed: {failed}")
+    status = "finished" if failed is None else f"failed: {failed}"
+    return ServerRow(index, status, end["updates"], end["apply_s"], end["idle_s"], end["bytes_in"], end["bytes_out"])
